@@ -13,12 +13,20 @@ import torch
 from torch import Tensor
 
 
-def root(W: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
-    """The root of W^T W. The determinant comes from the columns, since in A it cancels for ill-conditioned W."""
+def factor(W: Tensor, cutoff: float) -> tuple[Tensor, Tensor, Tensor]:
+    """P_c, H^-1 and 1 / t."""
+    H_inv, t_inv = _root_of_one(W) if W.shape[-1] == 1 else _root_of_two(W, cutoff)
+    return H_inv @ W.mT, H_inv, t_inv  # P_c = (W^T W)^(-1/2) W^T
+
+
+def _root_of_one(W: Tensor) -> tuple[Tensor, Tensor]:
     A = W.mT @ W
-    if W.shape[-1] == 1:
-        h_inv = torch.where(A == 0, 0.0, A.rsqrt())
-        return h_inv, torch.zeros_like(A)  # X is zero: there is no skew 1 x 1 matrix
+    return torch.where(A == 0, 0.0, A.rsqrt()), torch.zeros_like(A)  # X is zero: there is no skew 1 x 1 matrix
+
+
+def _root_of_two(W: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
+    """The determinant comes from the columns, since in A it cancels for ill-conditioned W."""
+    A = W.mT @ W
     squares = A.diagonal(dim1=-2, dim2=-1)  # |w_1|^2, |w_2|^2
     longer = squares.argmax(-1, keepdim=True)
     w = W.take_along_dim(longer.unsqueeze(-1), -1)

@@ -24,7 +24,7 @@ def polar(W: Tensor, method: str = "auto") -> Tensor:
         method: `"auto"` picks the fastest exact engine: `"closed"` for c <= 2, `"svd"` for float64, else `"eigh"` on the CPU
             and `"quintic"` on other devices. `"closed"` and `"quintic"` never make a GPU wait for the host, `"eigh"` and
             `"svd"` do. `"paper"` is the paper's 20 coupled steps with autograd through them and `"authors"` the 10 of their
-            code: baselines, inexact for ill-conditioned W.
+            code: baselines, inexact for ill-conditioned W, and their backward pass follows torch's TF32 settings.
 
     Returns:
         Q, in the shape, strides and dtype of W. A rank-deficient W gives the partial isometry, zero on W's null directions,
@@ -43,9 +43,11 @@ def polar(W: Tensor, method: str = "auto") -> Tensor:
     """
     _check(W, method)
     narrow = W.dtype in (torch.float16, torch.bfloat16)
-    W_full = W.float() if narrow else W
+    W_full = _Widened.apply(W) if narrow else W
     if method in ("paper", "authors"):
-        with torch.autocast(W.device.type, enabled=False):
+        # the compiler cannot trace a change of precision
+        compiling = torch.compiler.is_compiling()
+        with torch.autocast(W.device.type, enabled=False) if compiling else full_precision(W.device):
             Q = paper(W_full) if method == "paper" else authors(W_full)
     else:
         Q = _Polar.apply(W_full, _engine(W_full) if method == "auto" else method)[0]
@@ -151,6 +153,25 @@ def _(info: Any, in_dims: tuple[int | None, ...], W: Tensor, method: str) -> tup
 def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
     *tensors, method = args
     return _polar_gradient(*_batch_first(info, in_dims[:-1], tuple(tensors)), method), 0
+
+
+class _Widened(torch.autograd.Function):
+    """float32 of 16 bits. A gradient too large for them is the largest number, as everywhere here."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(W: Tensor) -> Tensor:
+        return W.float()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> Tensor:
+        largest = torch.finfo(ctx.dtype).max
+        return G.clamp(-largest, largest).to(ctx.dtype)
 
 
 class _Polar(torch.autograd.Function):

@@ -25,8 +25,8 @@ QUINTICS = (
 )
 
 
-def root(W: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
-    """The coupled form of x <- p(x): Y -> A^(1/2) and Z -> A^(-1/2), with A divided by its trace."""
+def factor(W: Tensor, cutoff: float) -> tuple[Tensor, Tensor, Tensor]:
+    """P_c, H^-1 and H, by the coupled form of x <- p(x): Y -> A^(1/2) and Z -> A^(-1/2), with A divided by its trace."""
     A = W.mT @ W
     I = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     tr = A.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
@@ -36,7 +36,8 @@ def root(W: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
         R = Z @ Y
         T = a * I + b * R + c * (R @ R)
         Y, Z = Y @ T, T @ Z
-    return Z * tr.rsqrt(), Y * tr.sqrt()
+    H_inv, H = Z * tr.rsqrt(), Y * tr.sqrt()
+    return H_inv @ W.mT, H_inv, H  # P_c = (W^T W)^(-1/2) W^T
 
 
 def inverse(H_inv: Tensor, H: Tensor) -> Tensor:

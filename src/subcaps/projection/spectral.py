@@ -12,17 +12,24 @@ import torch
 from torch import Tensor
 
 
-def root(W: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
+def factor(W: Tensor, cutoff: float) -> tuple[Tensor, Tensor, Tensor]:
+    """P_c, V and h, by `eigh`."""
     A = W.mT @ W
     bad = ~A.isfinite().all(-1).all(-1)[..., None, None]  # eigh would raise, for all types because of one
     squares, V = torch.linalg.eigh(torch.where(bad, torch.eye(A.shape[-1], dtype=A.dtype, device=A.device), A))
-    return V, _without_small(squares.clamp(min=0).sqrt(), bad, cutoff)
+    resolved = (A.shape[-1] * torch.finfo(A.dtype).eps) ** 0.5  # a square below A's rounding is not one
+    h = _without_small(squares.clamp(min=0).sqrt(), bad, max(cutoff, resolved))
+    V = V.contiguous()
+    return inverse(V, h) @ W.mT, V, h  # P_c = (W^T W)^(-1/2) W^T
 
 
-def root_by_svd(W: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
+def factor_by_svd(W: Tensor, cutoff: float) -> tuple[Tensor, Tensor, Tensor]:
+    """P_c, V and h, from W = U diag(h) V^T."""
     bad = ~W.isfinite().all(-1).all(-1)[..., None, None]
-    _, h, Vh = torch.linalg.svd(torch.where(bad, 0.0, W), full_matrices=False)
-    return Vh.mT.contiguous(), _without_small(h, bad, cutoff)
+    U, h, Vh = torch.linalg.svd(torch.where(bad, 0.0, W), full_matrices=False)
+    h = _without_small(h, bad, cutoff)
+    V = Vh.mT.contiguous()
+    return (V * torch.where(h == 0, 0.0, h / h)) @ U.mT, V, h  # h / h keeps a NaN
 
 
 def _without_small(h: Tensor, bad: Tensor, cutoff: float) -> Tensor:
@@ -35,7 +42,7 @@ def well_conditioned_root(A: Tensor, kappa: float) -> tuple[Tensor, Tensor] | No
     squares, V = torch.linalg.eigh(A)
     if (squares[..., 0] / squares[..., -1]).amin().item() * kappa**2 < 1:  # in ascending order
         return None
-    return V, squares.sqrt().unsqueeze(-2)
+    return V.contiguous(), squares.sqrt().unsqueeze(-2)
 
 
 def inverse(V: Tensor, h: Tensor) -> Tensor:
