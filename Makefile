@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 OLDEST := .venv-oldest/bin/python
 
-.PHONY: demo test setup lint types test-long test-oldest lock
+.PHONY: demo test setup lint types test-long test-oldest docs lock
 
 demo: .venv/.ready  ## what this library does, on your CPU
 	$(PY) examples/first.py
@@ -26,6 +26,9 @@ test-long: .venv/.ready  ## the tests that are too slow for every run
 
 test-oldest: .venv-oldest/.ready  ## the tests on the oldest torch that is supported
 	$(OLDEST) -m pytest -q
+
+docs: .venv/.ready  ## the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
 
 lock: .venv/.ready  ## resolve the pinned set again
 	.venv/bin/uv pip compile -q --universal --python-version 3.11 --all-extras --group dev --no-header --upgrade \

@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from subcaps import data as data
+    from subcaps import models as models
     from subcaps import nn as nn
     from subcaps.measure.health import health as health
     from subcaps.nn import calibrate as calibrate
@@ -33,7 +35,7 @@ _HOME = {
     "projected": "subcaps.nn",
     "update_norms": "subcaps.nn",
 }
-_ROOMS = ("nn",)
+_ROOMS = ("data", "models", "nn")
 
 __all__ = ["__version__", *_HOME, *_ROOMS]
 

@@ -1,0 +1,1 @@
+"""What is measured, and the one form in which measurements are kept."""
