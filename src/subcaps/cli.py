@@ -40,19 +40,23 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="time it, side by side with what else one would use")
     benches = _group(bench, "BENCH")
-    polar = benches.add_parser("polar", help="the projection W -> Q, forward and backward")
-    polar.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where (default: cpu)")
-    polar.add_argument(
-        "--out", metavar="FILE", help="the JSON (default: results/bench/polar-DEVICE.json); a figure goes beside it"
-    )
-    polar.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs; writes nothing without --out")
-    polar.set_defaults(call=_bench_polar)
+    _add_bench(benches, "polar", "the projection W -> Q, forward and backward", "; a figure goes beside it")
+    _add_bench(benches, "layers", "activations, training steps, memory and fused networks, beside their CNN twins", "")
     return parser
 
 
-def _bench_polar(arguments: argparse.Namespace) -> None:
-    from subcaps.bench.polar import run
+def _add_bench(benches: Any, name: str, text: str, beside: str) -> None:
+    bench = benches.add_parser(name, help=text, description=text)
+    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where (default: cpu)")
+    bench.add_argument("--out", metavar="FILE", help=f"the JSON (default: results/bench/{name}-DEVICE.json){beside}")
+    bench.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs; writes nothing without --out")
+    bench.set_defaults(call=_bench, bench=name)
 
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from subcaps.bench import layers, polar
+
+    run = {"polar": polar.run, "layers": layers.run}[arguments.bench]
     run(arguments.device, arguments.out, arguments.quick)
 
 

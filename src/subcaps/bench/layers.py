@@ -1,4 +1,4 @@
-"""`subcaps bench layers`: what capsules cost. Activations beside a ReLU, training steps and fused networks beside the CNN twin."""
+"""`subcaps bench layers`: what capsules cost. Activations beside a ReLU, steps and fused networks beside the CNN twin."""
 
 from __future__ import annotations
 

@@ -41,20 +41,19 @@ class Health:
 
     def __str__(self) -> str:
         head = ["layer", "types x dim", "condition", "|Q'Q - I|", "overlap (random)", "length", "on", "dead types"]
-        cells = [head]
-        for layer in self.layers:
-            cells.append(
-                [
-                    layer.name,
-                    f"{layer.types} x {layer.dim}",
-                    f"{layer.condition:.3g}",
-                    f"{layer.orthonormality:.0e}",
-                    f"{layer.overlap:.4f} ({layer.random_overlap:.4f})",
-                    "-" if layer.length is None else f"{layer.length:.3g}",
-                    "-" if layer.on is None else f"{100 * layer.on:.0f}%",
-                    "-" if layer.dead is None else str(layer.dead),
-                ]
-            )
+        cells = [head] + [
+            [
+                layer.name,
+                f"{layer.types} x {layer.dim}",
+                f"{layer.condition:.3g}",
+                f"{layer.orthonormality:.0e}",
+                f"{layer.overlap:.4f} ({layer.random_overlap:.4f})",
+                "-" if layer.length is None else f"{layer.length:.3g}",
+                "-" if layer.on is None else f"{100 * layer.on:.0f}%",
+                "-" if layer.dead is None else str(layer.dead),
+            ]
+            for layer in self.layers
+        ]
         widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
@@ -101,7 +100,7 @@ def _layer(name: str, layer: SubspaceLayer, u: Tensor | None) -> LayerHealth:
         name,
         types,
         layer.dim,
-        (values[:, 0] / values[:, -1]).amax().item(),
+        torch.where(values[:, -1] > 0, values[:, 0] / values[:, -1], torch.inf).amax().item(),
         (Q.mT @ Q - identity).abs().amax().item(),
         overlap.item(),
         layer.dim / d,

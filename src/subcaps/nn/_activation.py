@@ -53,7 +53,7 @@ class Squash(nn.Module):
         tensor([[0.5769, 0.7692]])
     """
 
-    def __init__(self, dim: int, mean: bool = False) -> None:
+    def __init__(self, dim: int, *, mean: bool = False) -> None:
         super().__init__()
         self.dim, self.mean = dim, mean
 

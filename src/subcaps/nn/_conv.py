@@ -46,12 +46,16 @@ class _SubspaceConv(SubspaceLayer):
 
     def capsules(self, x: Tensor, rows: Rows = None) -> Tensor:
         """What the layer answers before its activation."""
+        if x.ndim != self._rank + 2:
+            shape = ", ".join(["N", str(self.in_channels), *"DHW"[3 - self._rank :]])
+            raise ValueError(f"{type(self).__name__} takes a batch ({shape}); got {tuple(x.shape)}")
         weight, bias = self.folded(self._statistics_from(x), rows)
         return self._conv_forward(x, weight, bias)  # type: ignore[operator]
 
     def forward(self, x: Tensor, rows: Rows = None) -> Tensor:
         """`rows`: the rows of the batch that the norm's statistics are taken from; None: all."""
-        return self._activated(self.capsules(x, rows))
+        u = self.capsules(x, rows)
+        return u if self.activation is None else self.activation(u)
 
 
 class SubspaceConv1d(_SubspaceConv, nn.Conv1d):

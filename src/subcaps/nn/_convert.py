@@ -134,7 +134,7 @@ def _choose(model: nn.Module, patterns: Patterns) -> list[tuple[list[str], nn.Mo
             if options != "drop" and not exact and isinstance(module, SubspaceLayer):
                 continue
             fitted.add(pattern)
-            if names[key][0] == "":
+            if "" in names[key]:
                 raise ValueError("convert: the pattern fits the model itself, which cannot be replaced in place; wrap it")
             if key in readers and options != "drop":
                 raise ValueError(
@@ -143,12 +143,20 @@ def _choose(model: nn.Module, patterns: Patterns) -> list[tuple[list[str], nn.Mo
                 )
             chosen.append((names[key], module, options))
             break
+    dropped = [name for found, _, options in chosen if options == "drop" for name in found]
+    kept = []
+    for found, module, options in chosen:
+        outer = [drop for drop in dropped for name in found if name.startswith(f"{drop}.")]
+        if outer and options != "drop":
+            raise ValueError(f"convert: {found[0]!r} stands inside {outer[0]!r}, which is dropped; choose one of them")
+        if not outer:
+            kept.append((found, module, options))
     for pattern in patterns:
         if pattern not in fitted and not any(_fits(pattern, found, module) for found, module, _ in chosen):
             close = difflib.get_close_matches(str(pattern), [name for found in names.values() for name in found], n=3)
             near = f"; the nearest names are {', '.join(map(repr, close))}" if close else ""
             raise ValueError(f"convert: no layer fits the pattern {pattern!r}{near}")
-    return chosen
+    return kept
 
 
 def _fits(pattern: Pattern, names: list[str], module: nn.Module) -> bool:
@@ -180,7 +188,10 @@ def _plan(names: list[str], old: nn.Module, options: Options) -> _Plan:
     bias = options.get("bias", getattr(old, "bias", None) is not None)
     keywords = {key: options[key] for key in ("gain", "norm", "init_std") if key in options}
     keywords |= {"bias": bias, "activation": _activation(name, options.get("activation"), types, dim, old)}
-    new = _build(plain, old, types, dim, keywords)
+    try:
+        new = _build(plain, old, types, dim, keywords)
+    except ValueError as error:
+        raise ValueError(f"convert: {name!r}: {error}") from error
     if fresh:
         _take_over_settings(new, old)
         return _Plan(names, old, new)
@@ -193,7 +204,10 @@ def _plan(names: list[str], old: nn.Module, options: Options) -> _Plan:
         if new.gain is not None:
             new.gain.copy_(torch.linalg.matrix_norm(W) / math.sqrt(dim))
         if isinstance(old_bias := getattr(old, "bias", None), Tensor) and new.bias is not None:
-            new.bias.copy_(old_bias if len(new.bias) == len(old_bias) else old_bias.view(types, dim).mean(1))
+            if len(new.bias) == len(old_bias):
+                new.bias = old_bias
+            else:
+                new.bias.copy_(old_bias.view(types, dim).mean(1))
     new.weight = weight
     _take_over_settings(new, old)
     changed = W_filled is not W
@@ -211,7 +225,12 @@ def _plain_type(name: str, old: nn.Module) -> type[nn.Module]:
     for plain in _CONVERTED:
         if not isinstance(old, plain):
             continue
-        if type(old).forward is not plain.forward:
+        if isinstance(old.weight, nn.parameter.UninitializedParameter):
+            raise ValueError(f"convert: {name!r} has no weight yet; run the model once on a batch first")
+        own = [
+            method for method in ("forward", "_conv_forward") if getattr(type(old), method, 0) is not getattr(plain, method, 0)
+        ]
+        if own:
             raise ValueError(
                 f"convert: {name!r} is a {type(old).__name__}, a {plain.__name__} with a forward of its own, which would be lost"
             )
@@ -221,8 +240,6 @@ def _plain_type(name: str, old: nn.Module) -> type[nn.Module]:
             )
         if old._forward_hooks or old._forward_pre_hooks or old._backward_hooks or old._backward_pre_hooks:
             raise ValueError(f"convert: {name!r} has hooks, which would be lost; convert first, then register them")
-        if isinstance(old.weight, nn.parameter.UninitializedParameter):
-            raise ValueError(f"convert: {name!r} has no weight yet; run the model once on a batch first")
         return plain
     raise ValueError(f"convert: {name!r} is a {type(old).__name__}; only Conv1d, Conv2d, Conv3d and Linear can be converted")
 

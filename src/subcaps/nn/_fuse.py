@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from subcaps.nn._layer import SubspaceLayer
-from subcaps.nn._linear import SubspaceLinear, lift
+from subcaps.nn._linear import OnRows, SubspaceLinear, lift, on_rows
 
 
 class LiftLinear(nn.Linear):
@@ -28,7 +28,7 @@ class LiftLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         u = super().forward(x)
-        return u if self.activation is None else self.activation(u)
+        return u if self.activation is None else on_rows(self.activation, u)
 
     def lift(self, u: Tensor, index: Tensor | None = None) -> Tensor:
         """P_d, as `SubspaceLinear.lift`."""
@@ -89,7 +89,8 @@ def _plain(layer: Any, keep_lift: bool) -> nn.Module:
     _set(plain, weight, bias)
     if layer.activation is None:
         return plain.eval()
-    return nn.Sequential(OrderedDict([(name, plain), ("activation", layer.activation)])).eval()
+    activation = OnRows(layer.activation) if name == "linear" else layer.activation
+    return nn.Sequential(OrderedDict([(name, plain), ("activation", activation)])).eval()
 
 
 def _set(plain: Any, weight: Tensor, bias: Tensor | None) -> None:

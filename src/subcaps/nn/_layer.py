@@ -84,22 +84,17 @@ class SubspaceLayer(nn.Module):
             mean, std = self.norm(x, rows)
             weight, shift = _normalised(weight, mean, std)
             bias = shift if bias is None else bias + shift
-        return weight, bias
+        dtype = self.weight.dtype  # a norm's statistics are float32 in a network of 16 bits
+        return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _statistics_from(self, x: Tensor) -> Tensor | None:
         return x if self.training and self.norm is not None else None
-
-    def _activated(self, u: Tensor) -> Tensor:
-        return u if self.activation is None else self.activation(u)
 
     def extra_repr(self) -> str:
         """The plain layer's, then what makes it a capsule layer."""
         text = f"types={self.types}, dim={self.dim}, " + super().extra_repr()
         text += ", gain=True" if self.gain is not None else ""
         return text + (f", init_std={self.init_std}" if self.init_std is not None else "")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_shared"}  # a copy stands outside
 
 
 class SharedProjection:
@@ -108,6 +103,7 @@ class SharedProjection:
     def __init__(self, layer: SubspaceLayer) -> None:
         self.Q = layer.subspaces()
         self._made_from = _versions(layer)
+        self.stepped = False  # an optimizer changed W: fused ones do it where `_version` does not see it
 
     def of(self, layer: SubspaceLayer) -> Tensor:
         """Q, unless it would be wrong here."""
@@ -124,17 +120,27 @@ class SharedProjection:
 
     def check(self, layer: SubspaceLayer) -> None:
         """That W is what it was on entry."""
-        if _versions(layer) != self._made_from:
+        if self.stepped or _versions(layer) != self._made_from:
             raise RuntimeError(
                 f"projected: the weight of a {type(layer).__name__} changed inside the block, so its projection is stale; "
                 "leave the block before `optimizer.step()` or any other change, and open a new one after it"
             )
 
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of a layer stands outside the block."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def leaves(layer: SubspaceLayer) -> list[Tensor]:
+    """The parameters that W is made from: itself, unless it is parametrised."""
+    parametrizations = getattr(layer, "parametrizations", None)
+    return [layer.weight] if parametrizations is None else list(parametrizations["weight"].parameters())
+
 
 def _versions(layer: SubspaceLayer) -> list[tuple[int, int]]:
-    parametrizations = getattr(layer, "parametrizations", None)
-    leaves = [layer.weight] if parametrizations is None else list(parametrizations["weight"].parameters())
-    return [(id(leaf), leaf._version) for leaf in leaves if not leaf.is_inference()]
+    return [(id(leaf), leaf._version) for leaf in leaves(layer) if not leaf.is_inference()]
 
 
 def _in_reentrant_checkpoint() -> bool:

@@ -34,19 +34,16 @@ class SubspaceLinear(SubspaceLayer, nn.Linear):
 
     def capsules(self, x: Tensor, rows: Rows = None) -> Tensor:
         """What the layer answers before its activation."""
-        flat = self._statistics_from(x)
-        if flat is not None and flat.ndim > 2:
-            flat = (flat if rows is None else flat[rows]).flatten(0, -2)
-            rows = None
-        weight, bias = self.folded(flat, rows)
+        seen = self._statistics_from(x)
+        if seen is not None and seen.ndim != 2:
+            seen, rows = (seen if rows is None else seen[rows]).reshape(-1, self.in_features), None
+        weight, bias = self.folded(seen, rows)
         return nn.functional.linear(x, weight, bias)
 
     def forward(self, x: Tensor, rows: Rows = None) -> Tensor:
         """`rows`: the rows of the batch that the norm's statistics are taken from; None: all."""
         u = self.capsules(x, rows)
-        if self.activation is None or u.ndim == 2:
-            return self._activated(u)
-        return self._activated(u.reshape(-1, u.shape[-1])).unflatten(0, u.shape[:-1])
+        return u if self.activation is None else on_rows(self.activation, u)
 
     def lift(self, u: Tensor, index: Tensor | None = None) -> Tensor:
         """P_d: capsules back to the input space, where their lengths and angles are the same.
@@ -55,6 +52,25 @@ class SubspaceLinear(SubspaceLayer, nn.Linear):
         (..., types * dim) -> (..., types, in_features).
         """
         return lift(self.projection(), self.dim, u, index)
+
+
+def on_rows(activation: nn.Module, u: Tensor) -> Tensor:
+    """An activation of (rows, channels), on (..., channels)."""
+    if u.ndim == 2:
+        return activation(u)
+    v = activation(u.reshape(-1, u.shape[-1]))
+    return v.reshape(*u.shape[:-1], v.shape[-1])
+
+
+class OnRows(nn.Module):
+    """The activation of a fused `SubspaceLinear`: what it takes is (rows, channels), what it gets (..., channels)."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, u: Tensor) -> Tensor:
+        return on_rows(self.activation, u)
 
 
 def lift(projection: Tensor, dim: int, u: Tensor, index: Tensor | None = None) -> Tensor:

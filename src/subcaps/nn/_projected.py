@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from subcaps.nn._layer import SharedProjection, SubspaceLayer
+from subcaps.nn._layer import SharedProjection, SubspaceLayer, leaves
 
 
 @contextmanager
@@ -31,6 +33,15 @@ def projected(model: nn.Module) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, SubspaceLayer)]
     before = [layer._shared for layer in layers]
     made = [SharedProjection(layer) for layer in layers]
+    of_weight = {id(leaf): shared for layer, shared in zip(layers, made, strict=True) for leaf in leaves(layer)}
+
+    def after_step(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in of_weight:
+                    of_weight[id(parameter)].stepped = True
+
+    hook = register_optimizer_step_post_hook(after_step)
     try:
         for layer, shared in zip(layers, made, strict=True):
             layer._shared = shared
@@ -38,5 +49,6 @@ def projected(model: nn.Module) -> Iterator[None]:
         for layer, shared in zip(layers, made, strict=True):
             shared.check(layer)
     finally:
+        hook.remove()
         for layer, shared_before in zip(layers, before, strict=True):
             layer._shared = shared_before

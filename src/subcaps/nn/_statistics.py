@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -76,21 +77,23 @@ def update_norms(model: nn.Module, batches: Iterable[Any]) -> None:
         tensor([5., 5., 5., 5., 5., 5., 5., 5.])
     """
     norms = _norms(model)
+    if not norms:
+        return
+    stream = iter(batches)
+    first = next(stream, None)
+    if first is None:
+        raise ValueError("update_norms: no batches, so there are no statistics")
     momenta = [norm.momentum for norm in norms]
-    seen = False
     try:
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None  # the plain mean
         with _measuring(model):
-            for batch in batches:
+            for batch in itertools.chain([first], stream):
                 model(batch[0] if isinstance(batch, (tuple, list)) else batch)
-                seen = True
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-    if norms and not seen:
-        raise ValueError("update_norms: no batches, so there are no statistics")
 
 
 def _norms(model: nn.Module) -> list[Any]:
