@@ -44,7 +44,8 @@ def calibrate(model: nn.Module, batch: Any, active: float = 0.5) -> None:
         lengths = F.lengths(args[0].float(), spark.dim).transpose(0, 1).flatten(1)  # (types, all positions)
         count = lengths.shape[1]
         off = min(max(round((1 - active) * count), 1), count)
-        spark.b.copy_(lengths.kthvalue(off, dim=1).values.sqrt())
+        below, above = (lengths.kthvalue(k, dim=1).values for k in (off, min(off + 1, count)))
+        spark.b.copy_(((below + above) / 2).sqrt())
         called.add(id(spark))
 
     handles = [spark.register_forward_pre_hook(set_threshold) for spark in sparks]
