@@ -90,13 +90,21 @@ def draw(model, x, labels, path):
     lengths = capsules.norm(dim=2)
     answers = torch.stack([lengths[labels == digit].mean(0) for digit in range(10)])
 
-    shown = 7
-    slants = torch.linspace(-0.6, 0.6, 25)  # pixels to the side per pixel of height
-    images = x[labels == shown]
-    slanted = torch.cat([slant(images, amount.item()) for amount in slants])
-    own = subcaps.capsules(model, slanted)["head"][:, shown].view(len(slants), len(images), 4)
-    direction = own / own.norm(dim=2, keepdim=True)
+    slants = torch.linspace(-0.6, 0.6, 24)  # pixels to the side per pixel of height; without 0, which alone is not blurred
+
+    def slanted_capsule(digit):
+        images = x[labels == digit]
+        own = subcaps.capsules(model, torch.cat([slant(images, amount.item()) for amount in slants]))["head"][:, digit]
+        return own.view(len(slants), len(images), -1)
+
+    def turn(digit):  # between the mean directions at both ends
+        ends = F.normalize(slanted_capsule(digit)[[0, -1]], dim=2).mean(1)
+        return -F.cosine_similarity(*ends, dim=0)
+
+    shown = max(range(10), key=turn)
+    images, own = x[labels == shown], slanted_capsule(shown)
     length = own.norm(dim=2)
+    direction = own / length.unsqueeze(2)
 
     figure = plt.figure(figsize=(13, 5.6), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=[1, 1.25])
@@ -106,9 +114,9 @@ def draw(model, x, labels, path):
     axes.set(xticks=range(10), yticks=range(10), xlabel="capsule of class", ylabel="digit shown")
     left.colorbar(picture, ax=axes, shrink=0.8, label="mean length of the capsule, test images")
 
-    right.suptitle(f"The direction of capsule {shown} says how the {shown} is drawn: here, how it leans", fontsize=13)
+    right.suptitle(f"The direction of capsule {shown} says how the {shown} is drawn: it turns as the digit leans", fontsize=13)
     strip, lines, bottom = right.subplots(3, 1, height_ratios=[0.8, 2.4, 1.1])
-    picks = [0, 4, 8, 12, 16, 20, 24]
+    picks = [0, 4, 8, 12, 15, 19, 23]
     strip.imshow(torch.cat([slant(images[:1], slants[i].item())[0, 0] for i in picks], dim=1), cmap="gray_r", aspect="auto")
     strip.axis("off")
     for entry in range(4):

@@ -62,11 +62,11 @@ def reference(W: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
     cutoff, W, G = CUTOFF[W.dtype], W.detach().cpu().double(), G.cpu().double()
     scale = W.abs().amax((-2, -1), keepdim=True)
     scale = torch.where(scale == 0, 1.0, scale)
-    U, h, Vh = torch.linalg.svd(W / scale, full_matrices=False)
+    V, h, Uh = torch.linalg.svd((W / scale).mT, full_matrices=False)  # of W^T: not the roundings of the engine "svd"
     kept = h > cutoff * h[..., :1]
     h_inv = torch.where(kept, 1 / h, 0.0)
     both = kept[..., None] & kept[..., None, :]
-    Q, V = (U * kept[..., None, :]) @ Vh, Vh.mT
+    Q, Vh = ((V * kept[..., None, :]) @ Uh).mT, V.mT
     K = Q.mT @ G
     X = V @ torch.where(both, V.mT @ (K - K.mT) @ V / (h[..., None] + h[..., None, :]), 0.0) @ Vh
     outside = (G - Q @ K) @ (V * h_inv[..., None, :]) @ Vh

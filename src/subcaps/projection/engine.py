@@ -20,8 +20,8 @@ from subcaps.projection.gradient import gradient
 # Singular values below this share of the largest count as zero.
 CUTOFF = {torch.float32: 1e-6, torch.float64: 1e-13}
 
-# Up to this condition number the root of a Gram matrix summed in float32 is exact to 1e-5.
-WELL_CONDITIONED = 10.0
+# Up to this condition number the root of a Gram matrix of float32 products is exact to 1e-5.
+WELL_CONDITIONED = 4.0
 
 
 class Engine(NamedTuple):
@@ -73,7 +73,11 @@ def factor(W: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _gram(W: Tensor) -> Tensor:
     """W^T W in float64, of float32 products that are summed in float32 over 512 rows at most: where the terms are alike, as
     after a constant initialisation, the roundings of a longer sum add up."""
-    return torch.stack([(rows.mT @ rows).double() for rows in W.split(512, dim=-2)]).sum(0)
+    blocks = W.split(512, dim=-2)
+    A = (blocks[0].mT @ blocks[0]).double()
+    for rows in blocks[1:]:
+        A += rows.mT @ rows
+    return A
 
 
 def differentiate(engine: Engine, G: Tensor, Q: Tensor, first: Tensor, second: Tensor, scale: Tensor) -> Tensor:
@@ -84,10 +88,11 @@ def differentiate(engine: Engine, G: Tensor, Q: Tensor, first: Tensor, second: T
         return engine.solve(S, first, second)
 
     if G.is_cpu and bool((scale == 1).all()):
-        reach = torch.linalg.vector_norm(G, torch.inf).item() * H_inv.abs().amax().item()
+        # what the largest entry can become; 2-norms, since torch's largest absolute value is twenty times slower
+        reach = torch.linalg.vector_norm(G).item() * torch.linalg.vector_norm(H_inv).item()
         if reach < 1e30:
             return gradient(G, Q, H_inv, solve)
-    size = torch.linalg.vector_norm(G, torch.inf, (-2, -1), keepdim=True).to(scale.dtype)
+    size = G.abs().amax((-2, -1), keepdim=True).to(scale.dtype)
     size = torch.where(size == 0, 1.0, size)
     dW = gradient((G / size).to(G.dtype), Q, H_inv, solve)
     root = (size.sqrt() / scale.sqrt()).clamp(max=torch.finfo(scale.dtype).max)  # size / scale itself may overflow

@@ -52,6 +52,5 @@ def inverse(V: Tensor, h: Tensor) -> Tensor:
 
 def solve(S: Tensor, V: Tensor, h: Tensor) -> Tensor:
     """X of H X + X H = S, zero on null directions."""
-    null = (h == 0) | (h.mT == 0)
-    X = torch.where(null, 0.0, V.mT @ S @ V / (h + h.mT))
+    X = torch.where(h * h.mT == 0, 0.0, V.mT @ S @ V / (h + h.mT))
     return V @ X @ V.mT
