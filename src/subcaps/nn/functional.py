@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _SMALLEST_SQUARE = 1e-30  # of a length: keeps 1 / |u| and its derivative finite at u = 0
-_SLICE = 1 << 18  # elements of u that are worked on at a time on the CPU
+_SLICE = 1 << 17  # elements of u that are worked on at a time on the CPU
 
 
 def as_capsules(u: Tensor, dim: int) -> Tensor:
@@ -76,8 +76,8 @@ class _Spark(torch.autograd.Function):
 
     @staticmethod
     def forward(u: Tensor, b: Tensor, leak: float) -> Tensor:
-        def piece(x: Tensor) -> Tensor:
-            return x * (1 - (1 - leak) * _share(_length(x), b))
+        def piece(x: Tensor) -> tuple[Tensor]:
+            return (x * (1 - (1 - leak) * _share(_length(x), b)),)
 
         return _in_slices(piece, u.shape[1] // len(b), u)[0]
 
@@ -114,9 +114,9 @@ class _Squash(torch.autograd.Function):
 
     @staticmethod
     def forward(u: Tensor, dim: int, count: float) -> Tensor:
-        def piece(x: Tensor) -> Tensor:
+        def piece(x: Tensor) -> tuple[Tensor]:
             m = _length(x) / count**0.5
-            return x * (m / (1 + m * m))
+            return (x * (m / (1 + m * m)),)
 
         return _in_slices(piece, dim, u)[0]
 
@@ -127,10 +127,10 @@ class _Squash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        def piece(x: Tensor, g: Tensor) -> Tensor:
+        def piece(x: Tensor, g: Tensor) -> tuple[Tensor]:
             m = _length(x) / ctx.count**0.5
             q = 1 / (1 + m * m)
-            return g * (m * q) + x * ((1 - m * m) * q * q / (ctx.count * m) * _dot(x, g))
+            return (g * (m * q) + x * ((1 - m * m) * q * q / (ctx.count * m) * _dot(x, g)),)
 
         return _in_slices(piece, ctx.dim, *ctx.saved_tensors, g)[0], None, None
 
@@ -155,26 +155,26 @@ def is_half(u: Tensor) -> bool:
     return u.dtype in (torch.bfloat16, torch.float16)
 
 
-def _in_slices(piece: Callable[..., Any], dim: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """`piece` of the tensors as capsules: its first result in the shape and dtype of the first tensor, its second summed."""
+def _in_slices(piece: Callable[..., tuple[Tensor, ...]], dim: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`piece` of the tensors as capsules: its first result in the shape and dtype of the first tensor, a second one summed."""
     u = tensors[0]
     views = [as_capsules(tensor, dim) for tensor in tensors]
 
-    def of(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        result = piece(*(part.float() if is_half(part) else part for part in parts))
-        return result if isinstance(result, tuple) else (result, u)
+    def of(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return piece(*(part.float() if is_half(part) else part for part in parts))
 
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not u.is_cpu or u.numel() <= _SLICE:
-        first, second = of(views)
+        first, *sums = of(views)
         # flattened, but not as a view: what follows may work on it in place
-        return torch.ops.aten._unsafe_view(first, u.shape).to(u.dtype), second
+        return torch.ops.aten._unsafe_view(first, u.shape).to(u.dtype), *sums
     rows = max(1, _SLICE * len(u) // u.numel())
     strides = torch.empty_like(u).stride()
-    out, total = None, u
+    out: Tensor | None = None
+    totals: list[Tensor] = []
     for start, *parts in zip(range(0, len(u), rows), *(view.split(rows) for view in views), strict=True):
-        first, second = of(parts)
+        first, *sums = of(parts)
         out = first.new_empty_strided(u.shape, strides, dtype=u.dtype) if out is None else out
         as_capsules(out, dim)[start : start + rows].copy_(first)
-        total = second if start == 0 else total + second
+        totals = [total + more for total, more in zip(totals, sums, strict=True)] if totals else sums
     assert out is not None
-    return out, total
+    return out, *totals
