@@ -23,6 +23,7 @@ types: .venv/.ready
 
 test-long: .venv/.ready  ## the tests that are too slow for every run
 	$(PY) -m pytest -q -m long
+	$(PY) -m pytest -q --hypothesis-profile=long tests/projection tests/nn
 
 test-oldest: .venv-oldest/.ready  ## the tests on the oldest torch that is supported
 	$(OLDEST) -m pytest -q

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from subcaps import data as data
+    from subcaps import measure as measure
     from subcaps import models as models
     from subcaps import nn as nn
+    from subcaps import projection as projection
     from subcaps.measure.health import health as health
     from subcaps.nn import calibrate as calibrate
     from subcaps.nn import capsules as capsules
@@ -35,7 +37,7 @@ _HOME = {
     "projected": "subcaps.nn",
     "update_norms": "subcaps.nn",
 }
-_ROOMS = ("data", "models", "nn")
+_ROOMS = ("data", "measure", "models", "nn", "projection")
 
 __all__ = ["__version__", *_HOME, *_ROOMS]
 
@@ -46,3 +48,7 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"subcaps.{name}")
     raise AttributeError(f"module 'subcaps' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

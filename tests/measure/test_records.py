@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from subcaps.measure import records
-from subcaps.measure.records import Record, origin, read, short_name, table, write
+from subcaps.measure.records import Record, origin, read, short_name, write
 
 FORM = ["name", "ours", "std", "values", "seeds", "unit", "better", "paper", "bound"]
 FORM += ["command", "commit", "hardware", "torch", "wall_s"]
@@ -121,12 +121,3 @@ def test_short_name(full, short, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: full)
     assert short_name("cuda") == short
     assert short_name("cpu") == "cpu"
-
-
-def test_table():
-    lines = table([record(std=0.123, seeds=(0, 1), paper=1.25, wall_s=4000.0), record("other", None)]).splitlines()
-    assert [cell.strip() for cell in lines[0].split("|")[1:4]] == ["name", "ours", "paper"]
-    assert "1.5 ± 0.12" in lines[2]
-    assert "4000 s" in lines[2]
-    assert "not run" in lines[3]
-    assert len({len(line) for line in lines}) == 1

@@ -519,7 +519,31 @@ def vit():
     return timm.create_model("vit_tiny_patch16_224", **options), patterns, 32
 
 
-@pytest.mark.parametrize("make", [resnet18, convnext, vit])
+class UNet(nn.Module):
+    """Down, across and up again, with a skip connection; one score per class, averaged over the positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.down1, self.down2 = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, stride=2, padding=1)
+        self.up = nn.Upsample(scale_factor=2, mode="bilinear")
+        self.across = nn.Conv2d(48, 16, 3, padding=1)
+        self.out = nn.Conv2d(16, 10, 1)
+
+    def forward(self, x):
+        skip = self.down1(x).relu()
+        deep = self.up(self.down2(skip).relu())
+        return self.out(self.across(torch.cat([skip, deep], 1)).relu()).mean((2, 3))
+
+
+def unet():
+    patterns = {
+        "down2": dict(dim=4, norm=True, activation=lambda types, dim: Spark(types, dim, leak=0.2)),
+        "across": dict(types=4, gain=True, activation=lambda types, dim: Squash(dim)),
+    }
+    return UNet(), patterns, 32
+
+
+@pytest.mark.parametrize("make", [resnet18, convnext, vit, unet])
 def test_a_network_of_others_is_converted_trained_a_step_and_fused(make):
     torch.manual_seed(0)
     model, patterns, size = make()
@@ -543,3 +567,31 @@ def test_a_network_of_others_is_converted_trained_a_step_and_fused(make):
     assert not converted(fused)
     shapes = {name: value.shape for name, value in plain.state_dict().items()}
     assert all(value.shape == shapes[name] for name, value in fused.state_dict().items() if name in shapes and "head" not in name)
+
+
+@pytest.mark.parametrize("other", [dict(dim=4), dict(types=8, dim=4, activation=CapsuleLength)])
+def test_layers_that_share_a_weight_become_the_same_capsules_or_none(other):
+    def tied():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model[1].weight = model[0].weight
+        return model
+
+    with pytest.raises(ValueError, match="'1' and '0' share a weight and would make different capsules of it"):
+        subcaps.convert(tied(), {"0": dict(dim=2), "1": other})
+    model = tied()
+    subcaps.convert(model, {nn.Linear: dict(dim=2)})
+    assert model[0].weight is model[1].weight
+    subcaps.convert(model := tied(), {"0": dict(dim=2), "1": "drop"})
+    assert isinstance(model[1], nn.Identity)
+
+
+def test_an_activation_that_answers_no_tensor_is_refused():
+    with pytest.raises(ValueError, match="'0': CapsuleSelect makes 0 channels of 8"):
+        subcaps.convert(nn.Sequential(nn.Linear(8, 8)), {"0": dict(dim=2, activation=subcaps.nn.CapsuleSelect)})
+
+
+def test_the_gain_of_a_float64_layer_is_float64():
+    model = nn.Sequential(nn.Linear(6, 8)).double()
+    W = model[0].weight.detach().clone()
+    subcaps.convert(model, {"0": dict(dim=2, gain=True)})
+    torch.testing.assert_close(model[0].gain, W.view(4, -1).norm(dim=1) / 2**0.5, atol=0, rtol=1e-14)

@@ -178,7 +178,7 @@ def plain_network():
     model = CNN()
     leaky = dict(activation=lambda types, dim: nn.LeakyReLU(0.2))
     subcaps.convert(
-        model, {"conv?": dict(dim=2, gain=True, norm=True) | leaky, "bn?": "drop", nn.ReLU: "drop", "fc": dict(dim=5)}
+        model, {"conv?": dict(dim=2, gain=True, norm=True) | leaky, "bn?": "drop", nn.ReLU: "drop", "fc": dict(dim=5) | leaky}
     )
     return randomise(model)
 

@@ -111,3 +111,8 @@ def test_they_print_their_arguments():
     assert str(CapsuleLength(3, 2)) == "CapsuleLength(3, 2)"
     assert str(CapsuleLength(3, 2, scale=1, offset=0, per_type=True)).endswith("learned scale, learned offset, per_type=True)")
     assert str(CapsuleSelect(3, 2)) == "CapsuleSelect(3, 2)"
+
+
+def test_nothing_to_learn_per_type_is_refused():
+    with pytest.raises(ValueError, match="per_type=True, but neither scale= nor offset= is given"):
+        CapsuleLength(4, 2, per_type=True)

@@ -341,3 +341,16 @@ def test_two_processes_average_their_gradients(tmp_path, monkeypatch):
     (sum(loss(plain, seed) for seed in range(2)) / 2).backward()
     for rank in range(2):
         close(torch.load(tmp_path / str(rank)), gradients(plain), atol=1e-9, rtol=1e-9)
+
+
+def test_a_gain_may_be_parametrised():
+    class Positive(nn.Module):
+        def forward(self, gain):
+            return gain.exp()
+
+    layer = subcaps.nn.SubspaceLinear(6, types=2, dim=2, gain=True)
+    nn.utils.parametrize.register_parametrization(layer, "gain", Positive())
+    with subcaps.projected(layer):
+        layer(torch.randn(3, 6)).sum().backward()
+    assert layer.parametrizations.gain.original.grad is not None
+    assert [group["name"] for group in subcaps.param_groups(layer)] == ["subspaces", "scalars"]

@@ -78,9 +78,9 @@ def health(model: nn.Module, batch: Any = None) -> Health:
 
 
 def _layer(name: str, layer: SubspaceLayer, u: Tensor | None) -> LayerHealth:
-    W = layer.weight.detach().reshape(layer.types, layer.dim, -1).mT.double()
+    W = layer.weight.detach().reshape(layer.types, layer.dim, -1).mT.cpu().double()
     values = torch.linalg.svdvals(W)
-    Q = layer.subspaces().detach().double()
+    Q = layer.subspaces().detach().cpu().double()
     d = Q.shape[1]
     flat = Q.mT.reshape(-1, d)
     cosines = (flat @ flat.mT).view(layer.types, layer.dim, layer.types, layer.dim).square().sum((1, 3)) / layer.dim
@@ -92,9 +92,10 @@ def _layer(name: str, layer: SubspaceLayer, u: Tensor | None) -> LayerHealth:
         linear = isinstance(layer, nn.Linear)  # (..., types, dim); a convolution's are (N, types, dim, ...)
         lengths = torch.linalg.vector_norm(u.float(), dim=-1 if linear else 2)
         length = lengths.mean().item()
-        if isinstance(layer.activation, Spark):
+        spark = next((module for module in layer.modules() if isinstance(module, Spark)), None)
+        if spark is not None:
             by_type = lengths.movedim(-1 if linear else 1, 0).flatten(1)
-            alive = by_type > layer.activation.b.square()[:, None]
+            alive = by_type > spark.b.float().square()[:, None]
             on, dead = alive.float().mean().item(), int((~alive.any(1)).sum())
     return LayerHealth(
         name,

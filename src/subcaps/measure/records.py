@@ -152,24 +152,6 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def table(records: Iterable[Record]) -> str:
-    """The records as a Markdown table."""
-    rows = [
-        (
-            record.name,
-            "not run" if record.ours is None else number(record.ours) + (f" ± {record.std:.2g}" if record.std else ""),
-            number(record.paper),
-            number(record.bound),
-            record.unit,
-            str(len(record.seeds)),
-            record.hardware or "",
-            "" if record.wall_s is None else f"{number(record.wall_s)} s",
-        )
-        for record in records
-    ]
-    return markdown(("name", "ours", "paper", "bound", "unit", "seeds", "hardware", "wall time"), rows)
-
-
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table whose columns also line up in a terminal."""
     rows = [header, *rows]

@@ -42,7 +42,7 @@ class Spark(nn.Module):
 class Squash(nn.Module):
     """Maps a capsule's length into [0, 1) and keeps its direction: v = |u|^2 / (1 + |u|^2) u / |u|.
 
-    (N, types * dim, ...) -> the same shape.
+    (N, types * dim, ...) -> the same shape. With `mean` the length stays below sqrt(dim) instead of 1.
 
     Args:
         dim: Dimension of a capsule.

@@ -192,8 +192,9 @@ def _plan(names: list[str], old: nn.Module, options: Options) -> _Plan:
         new = _build(plain, old, types, dim, keywords)
     except ValueError as error:
         raise ValueError(f"convert: {name!r}: {error}") from error
+    new.to(device=weight.device, dtype=weight.dtype)
+    new.train(old.training)
     if fresh:
-        _take_over_settings(new, old)
         return _Plan(names, old, new)
     with torch.no_grad():
         W = weight.detach().reshape(types, dim, d).mT
@@ -209,7 +210,6 @@ def _plan(names: list[str], old: nn.Module, options: Options) -> _Plan:
             else:
                 new.bias.copy_(old_bias.view(types, dim).mean(1))
     new.weight = weight
-    _take_over_settings(new, old)
     changed = W_filled is not W
     return _Plan(names, old, new, W_filled.mT.reshape(weight.shape) if changed else None)
 
@@ -295,9 +295,12 @@ def _activation(
         )
     rank = old.weight.ndim - 2  # type: ignore[operator]
     training = activation.training
+    assert isinstance(old.weight, Tensor)
+    activation.to(old.weight.device, old.weight.dtype)
     with torch.no_grad():
-        answered = activation.eval()(torch.zeros(1, types * dim, *[1] * rank)).shape[1]
+        answer = activation.eval()(old.weight.new_zeros(1, types * dim, *[1] * rank))
     activation.train(training)
+    answered = answer.shape[1] if isinstance(answer, Tensor) else 0
     if answered != width:
         raise ValueError(
             f"convert: {name!r}: {type(activation).__name__} makes {answered} channels of {types * dim}, and what follows "
@@ -315,16 +318,9 @@ def _build(plain: type[nn.Module], old: Any, types: int, dim: int, keywords: dic
     return layer(old.in_channels, types, dim, **keywords)
 
 
-def _take_over_settings(new: nn.Module, old: nn.Module) -> None:
-    weight = old.weight
-    assert isinstance(weight, Tensor)
-    new.to(device=weight.device, dtype=weight.dtype)
-    new.train(old.training)
-
-
 def _of_full_rank(name: str, W: Tensor, fill: bool) -> Tensor:
     """W (types, d, dim), the directions in which a type is zero replaced by orthonormal ones if `fill`."""
-    U, h, Vh = torch.linalg.svd(W.double(), full_matrices=False)
+    U, h, Vh = torch.linalg.svd(W.cpu().double(), full_matrices=False)
     null = h <= _NULL * h.amax(-1, keepdim=True)
     if not null.any():
         return W
@@ -341,17 +337,28 @@ def _of_full_rank(name: str, W: Tensor, fill: bool) -> Tensor:
     # the null columns are the last ones: QR leaves those before them alone and makes random ones orthonormal to them
     random, _ = torch.linalg.qr(torch.where(null.unsqueeze(-2), torch.randn_like(U), U))
     U = torch.where(null.unsqueeze(-2), random, U)
-    return ((U * torch.where(null, typical, h).unsqueeze(-2)) @ Vh).to(W.dtype)
+    return ((U * torch.where(null, typical, h).unsqueeze(-2)) @ Vh).to(W)
 
 
 def _refuse_shared_weights(model: nn.Module, plans: list[_Plan]) -> None:
     """A weight that is also read elsewhere would be W here and a plain weight there."""
-    replaced = {id(plan.old) for plan in plans if not isinstance(plan.new, nn.Identity)}
-    weights = {id(plan.old.weight): plan.names[0] for plan in plans if not isinstance(plan.new, nn.Identity)}
+    converted = [plan for plan in plans if isinstance(plan.new, SubspaceLayer)]
+    weights: dict[int, _Plan] = {}
+    for plan in converted:
+        other = weights.setdefault(id(plan.old.weight), plan)
+        alike = [(p.new.types, p.new.dim, p.new.init_std, p.new.weight is p.old.weight) for p in (plan, other)]
+        if other is not plan and (alike[0] != alike[1] or not alike[0][3]):
+            raise ValueError(
+                f"convert: {plan.names[0]!r} and {other.names[0]!r} share a weight and would make different capsules of it; "
+                "give both the same types, dim and init_std"
+            )
+    replaced = {id(module) for plan in plans for module in plan.old.modules()}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if id(parameter) in weights and id(module) not in replaced:
-                raise ValueError(f"convert: {weights[id(parameter)]!r} shares its weight with {name!r}, which is not converted")
+                raise ValueError(
+                    f"convert: {weights[id(parameter)].names[0]!r} shares its weight with {name!r}, which is not converted"
+                )
 
 
 def _apply(model: nn.Module, plan: _Plan) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from subcaps.nn._layer import SubspaceLayer
-from subcaps.nn._linear import OnRows, SubspaceLinear, lift, on_rows
+from subcaps.nn._linear import OnRows, SubspaceLinear, on_rows
+from subcaps.nn._linear import lift as lift_through
 
 
 class LiftLinear(nn.Linear):
@@ -32,7 +33,7 @@ class LiftLinear(nn.Linear):
 
     def lift(self, u: Tensor, index: Tensor | None = None) -> Tensor:
         """P_d, as `SubspaceLinear.lift`."""
-        return lift(self.P_c, self.dim, u, index)
+        return lift_through(self.P_c, self.dim, u, index)
 
 
 def fuse(model: nn.Module, lift: Collection[str] = ()) -> nn.Module:
@@ -53,7 +54,7 @@ def fuse(model: nn.Module, lift: Collection[str] = ()) -> nn.Module:
         )
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, SubspaceLayer)}
-    for name in lift:
+    for name in (lift := (lift,) if isinstance(lift, str) else lift):
         if not isinstance(layers.get(name), SubspaceLinear):
             has = ", ".join(repr(known) for known, layer in layers.items() if isinstance(layer, SubspaceLinear)) or "none"
             raise ValueError(f"fuse: lift={name!r} names no SubspaceLinear of the model; it has {has}")
@@ -89,7 +90,9 @@ def _plain(layer: Any, keep_lift: bool) -> nn.Module:
     _set(plain, weight, bias)
     if layer.activation is None:
         return plain.eval()
-    activation = OnRows(layer.activation) if name == "linear" else layer.activation
+    activation = layer.activation
+    if name == "linear" and not type(activation).__module__.startswith("torch."):
+        activation = OnRows(activation)
     return nn.Sequential(OrderedDict([(name, plain), ("activation", activation)])).eval()
 
 

@@ -39,6 +39,10 @@ class CapsuleLength(nn.Module):
         self, types: int, dim: int, scale: float | None = None, offset: float | None = None, per_type: bool = False
     ) -> None:
         super().__init__()
+        if per_type and scale is None and offset is None:
+            raise ValueError(
+                "CapsuleLength: per_type=True, but neither scale= nor offset= is given, so nothing is learned per type"
+            )
         self.types, self.dim, self.per_type = types, dim, per_type
         shape = (types,) if per_type else ()
         self.scale = None if scale is None else nn.Parameter(torch.full(shape, float(scale)))

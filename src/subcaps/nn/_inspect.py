@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from subcaps.nn._activation import Spark
 from subcaps.nn._head import CapsuleLength
-from subcaps.nn._layer import SubspaceLayer
+from subcaps.nn._layer import SubspaceLayer, leaves
 
 
 def capsules(model: nn.Module, x: Any) -> dict[str, Tensor]:
@@ -60,18 +60,13 @@ def param_groups(model: nn.Module, weight_decay: float = 0.0, subspace_weight_de
     """
     subspaces, scalars, rest = [], [], []
     seen: set[int] = set()
-    parametrised = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, SubspaceLayer) and hasattr(module, "parametrizations")
-        for parameter in module.parametrizations.parameters()  # type: ignore[union-attr]
-    }
+    of_W = {id(leaf) for module in model.modules() if isinstance(module, SubspaceLayer) for leaf in leaves(module)}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for parameter in module._parameters.values():
             if parameter is None or id(parameter) in seen or not parameter.requires_grad:
                 continue
             seen.add(id(parameter))
-            if (isinstance(module, SubspaceLayer) and name == "weight") or id(parameter) in parametrised:
+            if id(parameter) in of_W:
                 subspaces.append(parameter)
             elif parameter.ndim <= 1 or isinstance(module, (Spark, CapsuleLength)):
                 scalars.append(parameter)

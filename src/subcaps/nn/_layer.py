@@ -51,7 +51,7 @@ class SubspaceLayer(nn.Module):
             self.weight.copy_((Q * scale).mT.reshape(self._weight_shape))
             if self.gain is not None:
                 self.gain.fill_(1)
-            if (bias := self._parameters["bias"]) is not None:
+            if (bias := self._parameters.get("bias")) is not None:
                 bias.zero_()
         if self.norm is not None:
             self.norm.reset_running_stats()
@@ -75,7 +75,7 @@ class SubspaceLayer(nn.Module):
         The norm's statistics are those of `x` where it is given, else the running averages.
         """
         weight: Tensor = self.projection()
-        bias: Tensor | None = self._parameters["bias"]
+        bias: Tensor | None = getattr(self, "bias")  # noqa: B009  (the plain layer's, to the type checker)
         if self.gain is not None:
             weight = weight * self.gain.repeat_interleave(self.dim).view(-1, *[1] * (weight.ndim - 1))
         if bias is not None and len(bias) == self.types:
@@ -136,7 +136,9 @@ class SharedProjection:
 def leaves(layer: SubspaceLayer) -> list[Tensor]:
     """The parameters that W is made from: itself, unless it is parametrised."""
     parametrizations = getattr(layer, "parametrizations", None)
-    return [layer.weight] if parametrizations is None else list(parametrizations["weight"].parameters())
+    if parametrizations is None or "weight" not in parametrizations:
+        return [layer.weight]
+    return list(parametrizations["weight"].parameters())
 
 
 def _versions(layer: SubspaceLayer) -> list[tuple[int, int]]:

@@ -25,7 +25,12 @@ WELL_CONDITIONED = 4.0
 
 
 class Engine(NamedTuple):
-    """A root is two small tensors, (n, c, c) and (n, *second(c)); what they hold is the engine's business."""
+    """A root is kept as two small tensors, (n, c, c) and (n, *second(c)), which only the engine reads:
+
+    closed      H^-1, 1 / tr H
+    eigh, svd   V, h (a row): A = V diag(h^2) V^T
+    quintic     H^-1, H
+    """
 
     factor: Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]
     inverse: Callable[[Tensor, Tensor], Tensor]

@@ -28,8 +28,8 @@ def polar(W: Tensor, method: str = "auto") -> Tensor:
 
     Returns:
         Q, in the shape, strides and dtype of W. A rank-deficient W gives the partial isometry, zero on W's null directions,
-        where the gradient is zero too (`"quintic"` stops short of that: it is exact to a condition number of 1000). A matrix
-        with a NaN or an infinity gives NaN, and leaves the others of its batch alone.
+        where the gradient is zero too (`"quintic"` stops short of that: it is exact where the condition number times sqrt(c)
+        is at most 11,000). A matrix with a NaN or an infinity gives NaN, and leaves the others of its batch alone.
 
     The gradient is exact, and is itself no differentiable function of W: only `"paper"` and `"authors"` have a second
     derivative with respect to W.
