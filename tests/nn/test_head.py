@@ -50,7 +50,7 @@ def test_scores_of_a_field_are_taken_at_every_place(batch, types, dim, seed, per
 
 @pytest.mark.parametrize(("per_type", "shape"), [(False, ()), (True, (3,))])
 def test_only_what_is_asked_for_is_learned(per_type, shape):
-    assert not list(CapsuleLength(3, 2, per_type=per_type).parameters())
+    assert not list(CapsuleLength(3, 2).parameters())
     for name in ("scale", "offset"):
         (learned,) = CapsuleLength(3, 2, **{name: 4.0}, per_type=per_type).named_parameters()
         assert learned[0] == name
