@@ -46,7 +46,7 @@ lock: .venv/.ready  ## resolve the pinned set again
 
 .venv-oldest/.ready: .venv/.ready
 	.venv/bin/uv venv --quiet --allow-existing --python $(PY) .venv-oldest
-	grep -vE '^(torch|torchvision|triton|nvidia-|cuda-)' requirements.lock > .venv-oldest/rest.txt
-	VIRTUAL_ENV=.venv-oldest .venv/bin/uv pip install --quiet torch==2.11.0 -r .venv-oldest/rest.txt
+	grep -vE '^(torch|torchvision|triton|nvidia-|cuda-|setuptools|sympy)' requirements.lock > .venv-oldest/rest.txt
+	VIRTUAL_ENV=.venv-oldest .venv/bin/uv pip install --quiet torch==2.11.0 torchvision -r .venv-oldest/rest.txt
 	VIRTUAL_ENV=.venv-oldest .venv/bin/uv pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@

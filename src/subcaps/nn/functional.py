@@ -163,7 +163,13 @@ def _in_slices(piece: Callable[..., tuple[Tensor, ...]], dim: int, *tensors: Ten
     def of(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return piece(*(part.float() if is_half(part) else part for part in parts))
 
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not u.is_cpu or u.numel() <= _SLICE:
+    if torch.compiler.is_compiling():
+        # spelled out: of nested functions and of a `to` that does nothing torch 2.11 compiles a gradient of zero
+        half = is_half(u)
+        first, *sums = piece(*[view.float() for view in views] if half else views)
+        flat = first.flatten(1, 2)
+        return flat.to(u.dtype) if half else flat, *sums
+    if torch.is_grad_enabled() or not u.is_cpu or u.numel() <= _SLICE:
         first, *sums = of(views)
         # flattened, but not as a view: what follows may work on it in place
         return torch.ops.aten._unsafe_view(first, u.shape).to(u.dtype), *sums
